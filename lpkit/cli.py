@@ -32,7 +32,7 @@ from lpkit.values import annotated, unique
 COMMANDS = {
     "lab": "open JupyterLab on your copies of the course, on this machine only",
     "room": "open JupyterLab for several learners on this machine; each learner has a separate lab",
-    "progress": "show the progress of the learners of a room, if they agreed to report it",
+    "progress": "show the progress of the learners of a room who agreed to report their progress",
     "doctor": "test what works on this machine; if something fails, say what to use instead",
     "measure": "measure this machine once and save it as mine.yaml, for `predict` and `plan`",
     "predict": "predict parameters, memory, FLOPs, time and cost of a training step before it runs",

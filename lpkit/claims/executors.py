@@ -40,7 +40,7 @@ def submitit(out: Path, job: Mapping[str, Any], stack: ExitStack) -> Jobs:
         # submitit's own default is 5 minutes
         executor.update_parameters(**{"timeout_min": 24 * 60, **job})
     except Exception as error:
-        raise ConfigError(f"submitit does not take this job: {in_one_line(str(error))}") from None
+        raise ConfigError(f"submitit refuses this job: {in_one_line(str(error))}") from None
 
     def submit(*arguments: Any) -> Any:
         """Submit `alone(*arguments)` as a job. Return submitit's Job, which is a future."""
@@ -62,7 +62,7 @@ def ray(out: Path, job: Mapping[str, Any], stack: ExitStack) -> Jobs:
     try:
         task = ray.remote(**{"max_retries": 0, **job})(alone)
     except Exception as error:
-        raise ConfigError(f"Ray does not take this job: {in_one_line(str(error))}") from None
+        raise ConfigError(f"Ray refuses this job: {in_one_line(str(error))}") from None
     ray.init(log_to_driver=False, include_dashboard=False, logging_level="ERROR")
     stack.callback(ray.shutdown)
     return (lambda *arguments: task.remote(*arguments).future(),

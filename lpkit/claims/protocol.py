@@ -145,8 +145,10 @@ class Claim(Made):
         cost = step_flops(config) if kind == "flops" else cost
         if config.sizes.name != "constant" or (cost and budget < cost):
             each = f" ({cost:.3g} {kind})" if cost else ""
-            raise ConfigError(f"budget.{kind}={budget:g} must pay for a step of {arm}{each}, "
-                              f"and sizes must be constant; or give budget: {{steps: 300}}")
+            raise ConfigError(f"budget.{kind}={budget:g} must be at least the cost of one "
+                              f"step of {arm}{each}, and the config's `sizes` must be constant; "
+                              f"raise the budget and set sizes=constant, or give budget: "
+                              f"{{steps: 300}}")
         return config.replace({"steps": int(budget / cost) if cost else METERED_STEPS})
 
     def metering(self, arm: str, point: Mapping[str, Any]) -> Config:

@@ -73,8 +73,8 @@ def visible(n: int, sd: float, level: float, sd_df: int | None = None) -> float:
     sd:    standard deviation of a pair's log gain
     sd_df: degrees of freedom of the pilot that measured sd; None: sd is known
 
-    A sample's sigma is approximated by a normal variable with its own mean and variance, as usual
-    for the noncentral t. The resulting power is 80.0 to 80.4% for a known sd, and 80 to 93% over
+    A sample's standard deviation is approximated by a normal variable with the same mean and
+    variance. This is the usual approximation of the noncentral t distribution. The resulting power is 80.0 to 80.4% for a known sd, and 80 to 93% over
     pilots (highest where few pairs are needed).
     """
     z, critical = NORMAL.inv_cdf(POWER), t_quantile(1 - level / 2, n - 1)

@@ -64,14 +64,15 @@ def _handed_on(command: list[str], written: str) -> str:
     error messages."""
     tool, by_hand = shutil.which(command[0]), " ".join(command)
     if tool is None:
-        raise ConfigError(f"{written}`{command[0]}` is not on this machine; elsewhere: {by_hand}")
+        raise ConfigError(f"{written}`{command[0]}` is not installed on this machine; on a machine "
+                          f"that has it, run: {by_hand}")
     if command[0] == "bash":
         os.execv(tool, command)     # replaces this process, so that the run gets its signals
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
         reason = in_one_line((done.stderr or done.stdout).strip()[-300:])
-        raise ConfigError(f"{written}`{command[0]}` refused it ({reason}); change it, then: "
-                          f"{by_hand}")
+        raise ConfigError(f"{written}`{command[0]}` refused it ({reason}); change the "
+                          f"file, then run: {by_hand}")
     return done.stdout.strip()
 
 

@@ -4,8 +4,8 @@ command trains nothing and writes only to the cache.
   lpkit warm gpt2-124m
   lpkit warm gpt2-124m precision.recipe=fp8-tensorwise
 
-All later runs of this user use the cache. Other users have caches of their own, because a process
-executes files of its cache.
+All later runs of this user use the cache. Each user has a separate cache, because
+lpkit executes the files in the cache, and another user could replace the files of a shared cache.
 """
 
 from argparse import Namespace

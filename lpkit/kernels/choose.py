@@ -126,7 +126,7 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
         pick(offered, asked, f"version of the kernel {name}")
         if why := (why_not(asked, at_hand)
                    or _wrong_anywhere(kernel, asked, offered, at_hand, raced)):
-            raise ConfigError(f"{setting}={asked}: {name} {why}; the nearest that is right: "
+            raise ConfigError(f"{setting}={asked}: {name} {why}; set {setting}="
                               f"{definition or next(iter(offered))}")
         # no race: the requested version was compared with the definition just now
         return Chosen(refused={}, choice=Choice(asked=asked, used=asked,

@@ -174,8 +174,8 @@ def answers(*, device: str = "", only: Iterable[str] | None = None, imports: Ite
                 last = keeper.stdout.read().strip().rpartition("\n")[2]
                 why = f"its process ended with exit code {keeper.wait()} {last}".strip()
         if not begun:
-            raise ConfigError(f"the process that tries this machine did not begin: {why}; try "
-                              f"`{sys.executable} -c 'import torch'`")
+            raise ConfigError(f"the process that tests this machine did not start: {why}; run "
+                              f"`{sys.executable} -c 'import torch'` to see the error")
         if waiting:     # the first of them crashed the process or took too long
             lost = dict(zip(("name", "kind", "nearest"), waiting.pop(0)))
             yield {"probes": [asdict(Probe(**lost, works=works, why=why))]}

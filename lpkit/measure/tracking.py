@@ -526,8 +526,8 @@ class MessageCount(TorchDispatchMode):
         count.sent
 
     `sent` counts the collectives by kind, bytes and ranks, as notebooks/lessons/ranks/messages.py
-    predicts them. `control` counts all other messages by c10d's name: small messages between hosts,
-    for example by `Ranks.broadcast` and `Ranks.agreed`.
+    predicts them. `control` counts all other messages by the name of their c10d operation. These
+    are small messages between hosts, for example from `Ranks.broadcast` and `Ranks.agreed`.
 
     MessageCount sees all messages that pass PyTorch's dispatcher: messages of FSDP2 and of
     `lpkit.parallel`, in a real or "fake" process group. PyTorch's

@@ -90,8 +90,8 @@ def _block_twice(forward: Callable[..., Any], contexts: dict[str, Any], x: Tenso
     if x is None:       # checkpoint finds the device from a tensor argument
         key = next(key for key, argument in named.items() if isinstance(argument, Tensor))
         return _twice(lambda x: forward(**named, **{key: x}), contexts, named.pop(key))
-    # Only x is an argument of `checkpoint`. If it received the layer's number, torch 2.11 would
-    # compile two graphs, one for 0 and one for other numbers.
+    # Only x is an argument of `checkpoint`. If `checkpoint` also received the layer's number, torch
+    # 2.11 would compile two graphs: one for layer 0 and one for all other layers.
     return _twice(lambda x: forward(x, *rest, **named), contexts, x)
 
 

@@ -7,8 +7,9 @@ operation of a block saves, and `unpack` when backward needs it. These tensors s
   log-sums of attention: they take few bytes, and many results depend on them
 A tensor that several operations save is moved once.
 
-With host memory, results are the same bit for bit. A subclass of `Away` with `rounds` stores
-rounded numbers, as in `lessons.rows.activations`.
+If the tensors are stored in host memory, the results are bit-exact: they equal the results without
+offload. A subclass of `Away` with `rounds` stores rounded numbers, as in
+`lessons.rows.activations`.
 """
 
 from __future__ import annotations

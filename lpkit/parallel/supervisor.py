@@ -43,13 +43,15 @@ from lpkit.errors import out_of_memory, packed
 from lpkit.parallel.processes import BEAT_SECONDS, MEETING, SLOT, STRANGER, Place, new_page
 from lpkit.processes import Channel, adopt_orphans, end_with_parent, sweep
 
-TICK_SECONDS = 0.05         # longest time between two looks at the ranks
-SETTLE_SECONDS = 0.25       # after the first failure, before a rank is blamed: records may follow
-NATURAL_SECONDS = 1.0       # after the outcome is decided, before ranks that are left get SIGTERM
-POLITE_SECONDS = 1.0        # from SIGTERM to SIGKILL
+TICK_SECONDS = 0.05         # longest interval between two checks of the ranks
+# wait between the first failure and the decision which rank caused it, because reports of other
+# ranks may still arrive
+SETTLE_SECONDS = 0.25
+NATURAL_SECONDS = 1.0       # wait between the outcome's decision and SIGTERM to the remaining ranks
+POLITE_SECONDS = 1.0        # wait between SIGTERM and SIGKILL
 TEARDOWN_SECONDS = 10.0     # added to NATURAL_SECONDS if all ranks have returned
 STACK_SECONDS = 1.0         # longest time that ranks take to write their stacks
-MOST_CHARACTERS = 20_000    # of a traceback, the last characters are kept
+MOST_CHARACTERS = 20_000    # number of characters kept from the end of a traceback
 # words in the errors of gloo and NCCL when another rank has ended
 PEER = ("gloo/transport", "remote process exited", "ncclRemoteError", "NCCL communicator was abort")
 

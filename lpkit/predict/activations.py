@@ -33,8 +33,8 @@ class Kept:
     def scaled(self, scale: Callable[[str, float], float], again_bytes: float,
                depth: float = 1.0) -> "Kept":
         """Return a copy for one of several devices. `scale(operation, bytes)` returns the new bytes
-        of an operation. `again_bytes` are the new bytes of each recomputed block. `depth` is the
-        share of the blocks that the device has."""
+        of an operation. `again_bytes`: the bytes that one recomputed block keeps until its rerun,
+        on this device. `depth`: the share of the blocks that the device has."""
         def each(saved: dict[str, float]) -> dict[str, float]:
             return {name: scale(name, nbytes) for name, nbytes in saved.items()}
 

@@ -35,8 +35,8 @@ def train_here(config: Config, path: Path, resume: bool, observers: Observers,
         # all ranks use rank 0's path, because a default path contains the time
         path = Path(ranks.agreed(path))
         training = built(config, path, resume, ranks)
-        # From here on, a signal stops the run and saves a checkpoint. Before, there is nothing to
-        # save, and a signal ends the process.
+        # From here on, a signal stops the run and saves a checkpoint. Before this line, there is
+        # nothing to save, and a signal ends the process.
         with signals_stop(control.signalled):
             return fit(training, path, resume=resume, observers=observers, control=control,
                        account=Account(training))

@@ -280,7 +280,8 @@ class Training:
             self.model.train()
         nats, weight = self.ranks.mean(total).tolist()
         if not weight:
-            raise RunFailedError("no token of the validation data counts; raise eval_batches")
+            raise RunFailedError("every token of the evaluated batches has the weight 0, so there "
+                                 "is no validation loss; raise eval_batches")
         return nats / weight
 
     @contextmanager

@@ -89,7 +89,7 @@ class Server:
 
 def listen(asked: int = 0) -> socket.socket:
     """Return a socket that listens on port `asked`, or on the next free port of the 49 after it; 0
-    means any free port. Raises ConfigError if all of them are taken."""
+    means any free port. Raises ConfigError if all of these ports are in use."""
     if not 0 <= asked <= 65535:
         raise ConfigError(f"port must be between 0 and 65535, got {asked}")
     for port in range(asked, min(asked + 50, 65536)) if asked else [0]:

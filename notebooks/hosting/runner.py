@@ -2,8 +2,9 @@
 
 nbclient runs the cells. (papermill would mark every cell of a killed kernel as `completed`, and
 would treat a notebook that ends early with `sys.exit(0)` as a success.) This module counts the
-cells that ran. The record is NAME.json next to NAME.ipynb. It is replaced atomically at the start
-of the run, at the start of each cell, and at the end of the run. Its units are seconds and bytes.
+cells that ran. The record is NAME.json next to NAME.ipynb. The runner replaces the record
+atomically at the start of the run, at the start of each cell, and at the end of the run. The
+record's units are seconds and bytes.
 
 A notebook has a claim: its cell tagged `claim` contains `with claim("..."):`, whose text is the
 claim and whose asserts test it. The cell is also tagged `raises-exception`, so that the cells below

@@ -392,9 +392,10 @@ def search(suspect: str, all_units: Sequence[Unit], loss: Loss, *, seeds: int = 
         bits. With nudge 0, the run starts from the exact weights; with nudge n, from weights that
         were rounded to NUDGES[n - 1].
 
-    Runs are compared seed by seed. While a decision between layers may be chance, another seed is
-    added, up to MORE * seeds; between the matmuls of one layer, no seed is added. The search ends
-    if the halves of a set cannot be distinguished.
+    Runs are compared seed by seed. The search adds one seed at a time, up to MORE * seeds, while a
+    decision between layers, or the last comparison with all other matmuls, may be due to chance. It
+    adds no seeds for a decision between the matmuls of one layer. The search ends if the halves of
+    a set cannot be distinguished.
 
     With k seeds, there are at most k * (5 + 2 log2(layers) + 4) runs. If low precision costs no
     loss, there are 4 * seeds runs. Raises ConfigError for fewer than 1 seed.
@@ -903,7 +904,8 @@ class Suspects:
     def __call__(self, layers: list[str]) -> bool:
         self.calls += 1
         if self.calls > self.most:
-            raise RuntimeError(f"more than {self.most} trainings")
+            raise RuntimeError(f"fails() was called more than {self.most} times; halve the "
+                               f"list of suspects with each call")
         return self.culprit in layers
 
     def __repr__(self) -> str:

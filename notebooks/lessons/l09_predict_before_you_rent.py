@@ -65,7 +65,8 @@ def frontier(points: Iterable[Point], *, least: Sequence[str] = (),
              most: Sequence[str] = ()) -> tuple[Point, ...]:
     """Return the points that no other point beats, in their order. Of equal points, all are kept.
 
-    least, most: the axes whose smallest and whose largest values are best
+    least: the axes on which the smallest value is best
+    most:  the axes on which the largest value is best
 
     Raises ConfigError without axes, and for a point without a finite number on an axis.
     """

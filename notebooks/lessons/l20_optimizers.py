@@ -311,7 +311,7 @@ exercise = adding_to(EXERCISES)
 
 
 def _case(r: Random) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw a weight, a gradient and a momentum of one shape."""
+    """Draw a weight, a gradient and a momentum of the same shape."""
     shape = (r.randint(1, 4), r.randint(1, 5))
     return tuple(normal(r, *shape, size=size) for size in (0.5, 1.0, 0.3))
 

@@ -212,7 +212,7 @@ def apply_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
 class Effect:
     """The effect of a method on a model."""
 
-    added: float                # nats that it adds to the validation loss
+    added: float                # nats that the method adds to the validation loss
     predicted: float            # nats that the Fisher diagonal predicts
     errors: dict[str, float]    # by matrix: squared error of the outputs over squared outputs
 

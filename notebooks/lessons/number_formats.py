@@ -122,8 +122,9 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
     off = (round_to(x.float(), fmt).double() != x) & ~nan & ~(inf & fmt.has_infinities)
     off = off | (nan & (fmt.nan is None))
     if off.any():
-        raise ConfigError(f"{int(off.sum())} of {x.numel()} values are not in {fmt.name}, the "
-                          f"first is {x[off][0].item():g}; round_to them first")
+        raise ConfigError(f"{int(off.sum())} of {x.numel()} numbers are not values of "
+                          f"{fmt.name}, for example {x[off][0].item():g}; round them first with "
+                          f"round_to(x, fmt)")
     mantissa = (magnitude / spacing(magnitude, fmt)).nan_to_num(0, 0).long()
     code = ((_exponent(magnitude, fmt) + fmt.bias - 1) << fmt.mantissa_bits) + mantissa
     if fmt.has_infinities:

@@ -196,7 +196,7 @@ class Run(Checked):
         style = pick(STYLES, self.style or "gpt", "style")
         missing = [name for name in (*SHAPE, "global_batch") if getattr(self, name) is None]
         if missing:
-            raise ConfigError(f"not stated: {', '.join(missing)}")
+            raise ConfigError(f"the page does not state {', '.join(missing)}")
         attention = "plain" if self.attention == "plain" else "auto"
         return Config(global_batch=self.global_batch,
                       grad_accum_steps=self.global_batch // (self.micro_batch or 1),
@@ -243,10 +243,11 @@ def step(run: Run, calibration: float | None = None,
     Raises ConfigError with the reason if the run cannot be predicted."""
     layout, schedule = run.layout, run.schedule or "1f1b"
     if layout is None:
-        raise ConfigError("not stated: the layout")
+        raise ConfigError("the page does not state the layout")
     chunks = pick(SCHEDULES, schedule, "schedule")
     if not (run.interleave or chunks):
-        raise ConfigError(f"not stated: the chunks of the {schedule} schedule")
+        raise ConfigError(f"the page does not state the number of chunks of the {schedule} "
+                          f"schedule")
     on = run.source.on(run.machine)
     reached = efficiency or evidence.reached(evidence.generation_of(on), run.stack_row,
                                              numbers or evidence.fitted()["numbers"])

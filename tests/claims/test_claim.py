@@ -224,7 +224,7 @@ WRONG = [
                               "{joules: 500}, got {'watts': 3}"),
     ({"budget": {"seconds": -1}}, "budget.seconds must be positive, got -1"),
     ({"budget": {"joules": "a few"}}, "budget.joules must be a number, got 'a few'"),
-    ({"budget": {"flops": 10}}, "budget.flops=10 must pay for a step of adamw"),
+    ({"budget": {"flops": 10}}, "budget.flops=10 must be at least the cost of one step of adamw"),
     ({"budget": {"steps": 0}}, "steps must be positive"),
 ]
 
@@ -465,7 +465,8 @@ def test_a_budget_that_no_meter_tells_is_refused_with_what_to_use_instead():
         settled(lambda config: asked.append(config) or 2.0, {"budget": {"joules": 500}})
     assert len({id(config) for config in asked}) == 1, "by one short run"
     with pytest.raises(ConfigError,
-                       match=r"budget.seconds=0.1 must pay for a step of lion \(0.5 seconds\)"):
+                       match=r"budget.seconds=0.1 must be at least the cost of one step of lion "
+                             r"\(0.5 seconds\)"):
         settled(noisy, {"budget": {"seconds": 0.1}},
                 seconds=lambda name: {"lion": 0.5}.get(name, 0.01))
     with pytest.raises(ConfigError, match=r"does not tell \(loss=nan\)"):

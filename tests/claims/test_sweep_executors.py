@@ -68,7 +68,7 @@ def test_the_file_and_the_table_have_the_same_executors():
 
 def test_a_job_that_cannot_be_is_refused_in_one_sentence(name, tmp_path):
     with ExitStack() as stack, pytest.raises(ConfigError,
-            match=r"does not take this job: .*num_gpsu") as error:
+            match=r"refuses this job: .*num_gpsu") as error:
         executors.EXECUTORS[name](tmp_path, {"num_gpsu": 1}, stack)
     assert "\n" not in str(error.value)
 

@@ -145,8 +145,8 @@ def test_a_race_refuses_names_and_remembers(planted, monkeypatch, this_machine):
 
 def test_what_is_asked_for_by_name_is_verified(planted):
     with pytest.raises(ConfigError,
-                       match=r"^system\.attention=planted: .* differs from its definition: .*; the "
-                             r"nearest that is right: plain$"):
+                       match=r"^system\.attention=planted: .* differs from its definition: .*; "
+                             r"set system\.attention=plain$"):
         build.decide(Config().replace({"system.attention": "planted", "system.device": "cpu",
                                        "precision.recipe": "fp32"}))
     chosen = build.decide(Config().replace({"system.attention": "blocked-wide",

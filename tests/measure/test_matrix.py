@@ -142,7 +142,7 @@ def test_a_crash_or_a_hang_is_one_row(does, works, why):
 
 def test_a_process_that_does_not_begin_is_a_sentence(monkeypatch):
     with pytest.raises(ConfigError,
-                      match=r"did not begin: its process ended with exit code 1 .*No module named"):
+                      match=r"did not start: its process ended with exit code 1 .*No module named"):
         list(probes.answers(module="tests.no_such_module"))
 
 

@@ -132,7 +132,8 @@ def nanogpt(record: dict[str, Any]) -> Iterator[str]:
 
 
 def products(record: dict[str, Any], measured: dict[str, Any]) -> Iterator[str]:
-    yield ("Matmuls alone: lowest and highest speed-up over bf16 of all shapes, one round each.\n")
+    yield ("The table lists the speed-up of the matmuls alone over bf16: the lowest and the "
+           "highest of all shapes, with one round each.\n")
     ratios: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
     for case in record["cases"]:
         _, recipe, how = case["case"].split(", ")
@@ -182,8 +183,9 @@ def first(record: dict[str, Any]) -> Iterator[str]:
 
 
 def kernels(*records: dict[str, Any]) -> Iterator[str]:
-    yield ("Triton kernels: lowest and highest speed-up over each column, of all sizes. A copy "
-           "moves as many bytes as the kernel. [Kernels](kernels.md) has each size.\n")
+    yield ("The table lists the speed-up of each Triton kernel over the implementation that the "
+           "column names: the lowest and the highest of all sizes. A copy moves as many bytes as "
+           "the kernel. [Kernels](kernels.md) has each size.\n")
     table: dict[tuple[str, str], dict[str, list]] = defaultdict(lambda: defaultdict(list))
     for case in (case for record in records for case in record["cases"] if case["unit"] == "s"):
         name, *_, way = case["case"].split(", ")

@@ -96,8 +96,8 @@ def _panels_delayed(recipe: Recipe) -> list[Panel]:
     cast, before, now = recipe.y[0], gaussian(), with_outlier()
     return [cast_panel("x of y = x w^T, with a history from before the outlier", now, cast,
                        before.abs().amax()),
-            cast_panel("x without it one micro-batch later, with the outlier in the history",
-                       before, cast, now.abs().amax())]
+            cast_panel("x without the outlier, one micro-batch later, with the outlier in the "
+                       "history", before, cast, now.abs().amax())]
 
 
 @cache
@@ -112,8 +112,8 @@ def panels(name: str) -> list[Panel]:
 
 
 def noise_db(panel: Panel, rows: slice = slice(None)) -> float:
-    """Signal over noise of all elements but the outlier, of these rows; inf where nothing is
-    lost."""
+    """Return the signal-to-noise ratio of these rows without the outlier, in dB; inf if all of
+    these elements are exact."""
     others = panel.x.abs() < OUTLIER
     x, error = panel.x.double() * others, (panel.y - panel.x).double() * others
     signal, noise = (t[rows].square().sum().item() for t in (x, error))
@@ -276,21 +276,26 @@ def picture(name: str) -> str:
 # ---- Markdown
 
 def caption(name: str) -> str:
-    """One sentence a panel."""
+    """Return the sentences that describe each panel of a recipe's picture."""
     return " ".join(_caption(panel, first=not i) for i, panel in enumerate(panels(name)))
 
 
 def _caption(panel: Panel, *, first: bool) -> str:
     db, zeros = noise_db(panel), (kinds(panel) == 4).double().mean().item()
-    scales = ("" if panel.tops is None else f", {panel.tops.numel()} "
+    has_outlier = bool(panel.x[AT] == OUTLIER)
+    scales = ("" if panel.tops is None else f", cast with {panel.tops.numel()} "
                                             f"scale{'s' * (panel.tops.numel() > 1)}")
-    outlier = f", the outlier becomes {panel.y[AT].item():,.5g}" if panel.x[AT] == OUTLIER else ""
-    lost = f", {zeros:.1%} become zero" if zeros else ""
-    what = (f" ({SHAPE[0]} x {SHAPE[1]} Gaussian numbers, one outlier of {OUTLIER:,.0f} standard "
-            f"deviations)" if first else "")
-    return f"{panel.title}{what}{scales}: " + ("all elements are exact" if math.isinf(db)
-        else f"{db:.1f} dB of signal over noise "
-           f"for all {'other ' if outlier else ''}elements") + f"{lost}{outlier}."
+    what = (f" ({SHAPE[0]} x {SHAPE[1]} Gaussian numbers with one outlier of {OUTLIER:,.0f} "
+            f"standard deviations)" if first else "")
+    sentences = [f"The {'picture' if first else 'next part'} shows {panel.title}{what}{scales}.",
+                 "All elements are exact." if math.isinf(db) else
+                 f"{'Without the outlier, the' if has_outlier else 'The'} signal-to-noise ratio is "
+                 f"{db:.1f} dB."]
+    if zeros:
+        sentences.append(f"{zeros:.1%} of the elements become zero.")
+    if has_outlier:
+        sentences.append(f"The outlier becomes {panel.y[AT].item():,.5g}.")
+    return " ".join(sentences)
 
 
 def sides(cast: Cast) -> str:
@@ -313,11 +318,12 @@ def row(recipe: Recipe) -> str:
 def facts(recipe: Recipe) -> str:
     """What else the row says."""
     dtype = recipe.compute or "float32"
-    by = " by autocast" if recipe.compute else ""
-    parts = [f"Everything except the casts is in {dtype}{by}; weights are float32."]
-    if not recipe.products:
-        parts[0] = (f"No casts: matmuls run in {dtype}"
-                    + (", by autocast; weights are float32." if recipe.compute else "."))
+    if recipe.compute:
+        parts = [f"{'Autocast runs all other' if recipe.products else 'No casts: autocast runs'} "
+                 f"matmuls in {dtype}. The weights are stored in float32."]
+    else:
+        parts = [f"All other operations run in {dtype}." if recipe.products else
+                 f"No casts: matmuls run in {dtype}."]
     if recipe.high_precision_layers:
         parts.append(f"Layers in 16 bits: {', '.join(recipe.high_precision_layers)}.")
     if recipe.delayed:

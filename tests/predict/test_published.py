@@ -230,11 +230,12 @@ def test_a_run_is_priced_as_step_time_prices_it():
 @pytest.mark.parametrize("changes, message", [
     ({"machine": "a9000"}, "there is no machine 'a9000'"),
     ({"style": "mamba"}, "there is no style 'mamba'"),
-    ({"vocab": "", "context": ""}, "not stated: vocab, context"),
-    ({"global_batch": ""}, "not stated: global_batch"),
-    ({"data": ""}, "not stated: the layout"),
+    ({"vocab": "", "context": ""}, "the page does not state vocab, context"),
+    ({"global_batch": ""}, "the page does not state global_batch"),
+    ({"data": ""}, "the page does not state the layout"),
     ({"schedule": "zbv", "interleave": "2"}, "there is no schedule 'zbv'"),
-    ({"schedule": "interleaved"}, "not stated: the chunks of the interleaved schedule"),
+    ({"schedule": "interleaved"}, "does not state the number of chunks of the interleaved "
+                                  "schedule"),
     ({"recompute": "some"}, "there is no memory.recompute 'some'"),
     ({"precision": "fp5"}, "there is no precision 'fp5'"),
     ({"data": "", "tensor": "2", "kv_heads": "1"}, "model.kv_heads=1 does not split over tensor=2 "

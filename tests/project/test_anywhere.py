@@ -274,8 +274,9 @@ def test_what_is_asked_is_in_the_job(capsys, monkeypatch, tmp_path):
     ("cpu-3m --on sky parallel.shard=2 --nodes 3", "is 2 devices, not 3; use 2 devices"),
     ("mine.yaml --on k8s", "Give a preset (cpu-3m) and settings; k8s reads no files here"),
     ("--on slurm", "what should lpkit train? Give a preset (cpu-3m) or a config file"),
-    ("cpu-3m --on sky --submit", "cpu-3m.sky.yaml was written, but `sky` is not on this machine; "
-                                 "elsewhere: sky jobs launch --yes cpu-3m.sky.yaml"),
+    ("cpu-3m --on sky --submit", "cpu-3m.sky.yaml was written, but `sky` is not installed on this "
+                                 "machine; on a machine that has it, run: sky jobs launch --yes "
+                                 "cpu-3m.sky.yaml"),
 ])
 def test_what_is_wrong_is_one_sentence(words, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -293,8 +294,9 @@ def test_a_place_that_refuses_is_one_sentence(capsys, monkeypatch, tmp_path):
     (tmp_path / "kubectl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     code, _, err = launch(capsys, "cpu-3m", "--on", "k8s", "--submit")
-    assert (code == 2 and "`kubectl` refused it (error: the server has no TrainJob); change it, "
-                          "then: kubectl apply -f cpu-3m.k8s.yaml" in err and err.count("\n") == 1)
+    assert (code == 2 and "`kubectl` refused it (error: the server has no TrainJob); change "
+                          "the file, then run: kubectl apply -f cpu-3m.k8s.yaml" in err
+            and err.count("\n") == 1)
     (tmp_path / "kubectl").write_text("#!/bin/sh\necho \"$@\"\n")
     assert (launch(capsys, "cpu-3m", "--on", "k8s", "--submit")[1]["answer"]
             == "apply -f cpu-3m.k8s.yaml")

@@ -346,8 +346,8 @@ def test_an_init_that_leaves_it_and_a_block_that_sets_nothing_are_not(outside):
 def test_an_optimizer_that_reads_whole_parameters_is_refused_where_it_is_given_rows(outside, zero):
     config = SMALL.replace({"optimizer": "scaled", "parallel.shard": 2, "parallel.zero": zero})
     with pytest.raises(ConfigError,
-                       match=f"optimizer=scaled reads a parameter as a whole, and ZeRO {zero} "
-                             f"gives each rank rows of it.*; "
+                       match=f"optimizer=scaled needs whole parameters, .*; ZeRO {zero} "
+                             f"gives each rank rows of each parameter; "
                                           f"set parallel.zero=0"):
         seams.refuse(config)
     seams.refuse(config.replace({"parallel.zero": 0}))

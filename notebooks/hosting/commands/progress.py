@@ -1,4 +1,5 @@
-"""Show how far the learners of a room are, if they agreed to report it. Reports have random names.
+"""Show the progress of the learners of a room. Only learners who agreed to report their progress
+are included. Reports have random names.
 
     lpkit progress                          show how many learners solved each exercise
     lpkit progress --csv reports.csv        write every report to a table

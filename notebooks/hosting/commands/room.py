@@ -54,8 +54,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         "authenticator (github, or a class) instead of codes; needs --teacher")
     parser.add_argument("--teacher", default="", metavar="NAME", help="user who sees the map and "
                         "every lab (default teacher)")
-    parser.add_argument("--config", default="", metavar="FILE", help="JupyterHub configuration, "
-                        "which is executed after the room's own")
+    parser.add_argument("--config", default="", metavar="FILE", help="JupyterHub configuration "
+                        "file; JupyterHub executes it after the room's configuration")
     parser.add_argument("--idle-seconds", type=int, default=3600, metavar="S",
                         help="end a lab that is idle for S seconds (default 3600)")
     parser.add_argument("--warm", nargs="*", default=["cpu-3m"], metavar="PRESET",

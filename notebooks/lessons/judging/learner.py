@@ -141,7 +141,7 @@ def read(path: Path | None = None) -> Learner:
         raise DamagedError(f"{named(path)} holds no learner's guesses and exercises: "
                            f"{type(error).__name__}: {error}") from None
     raise ConfigError(f"{named(path)} was written by a newer lpkit (version {stored['version']}); "
-                      f"update this one, or move the file away")
+                      f"update lpkit, or move the file to another folder")
 
 
 def update(change: Callable[[Learner], Learner]) -> str:

@@ -53,9 +53,10 @@ def _step_seconds(ranks: Sequence[dict[str, Any]]) -> float:
 
 
 class Sleeper:
-    """The stages of one rank. Records when they slept (`naps`: begin and end of each sleep) and the
-    most micro-batches that each stage held at once (`most`, by stage; RANK: all stages together).
-    `now` has the micro-batches that are held at this moment."""
+    """The stages of one rank. `naps` records the start and end of each sleep. `most` records the
+    largest number of micro-batches that each stage held at once, by stage, and under the key RANK
+    the largest number that all stages of the rank held at once. `now` has the numbers of
+    micro-batches that are held at this moment, by the same keys."""
 
     RANK = -1
 
@@ -110,8 +111,12 @@ class Nap(torch.autograd.Function):
 
 
 def naps(place: Place, given: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run all rounds on this rank. Returns, for each round, this rank's sleeps (`naps`), and the
-    most held micro-batches by stage (`stages`) and together (`most`)."""
+    """Run all rounds on this rank. Returns one dict per round:
+
+    naps:   start and end of each sleep of this rank
+    stages: largest number of micro-batches that each stage holds at once
+    most:   largest number of micro-batches that all stages of this rank hold at once
+    """
     torch.set_num_threads(1)
     meet("gloo", **place.among)
     try:

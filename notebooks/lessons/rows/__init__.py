@@ -3,7 +3,7 @@
 To use a row, name its module in a Config's `imports`, or on the command line by `--import`:
 `lpkit train cpu-3m optimizer=soap --import lessons.rows.optimizers`. The name always refers to the
 kit's own folder or to a learner's copy of it (`lpkit.techniques.lessons`). Modules of this package
-import only the standard library, `lpkit` and `lessons.rows`, the latter by
+import only the standard library, `lpkit` and `lessons.rows`. They import `lessons.rows` only by
 `from lessons.rows.NAME import ...`. Only modules named `NAME_torch` import PyTorch; they add no
 rows.
 """

@@ -182,7 +182,8 @@ def vectors(ops: Operations, s: MicroBatch, settings: AdapterSettings) -> Operat
         queries = op.name == "attention.qkv"
         numbers, whole = (out - s.model.H * s.model.E, out) if queries else (K, K)
         scaled, saved = (s.tokens * n * s.compute_bytes for n in (numbers, whole))
-        # gradients of both factors, and a copy of keys and values next to the queries
+        # bytes that backward holds: the gradients of both factors and, for attention.qkv, a copy of
+        # queries, scaled keys and scaled values
         hold = Hold(nbytes=2 * scaled + saved * queries, frees=1.0)
         scale = Op(name=f"{op.name}.scale", part=op.part, params=numbers, saved_bytes=saved,
                    saved_itemsize=s.compute_bytes, moved_bytes=2 * scaled, backward=(hold,))

@@ -74,7 +74,7 @@ def _in_each_chunk(B: int, T: int, *products: tuple[str, int, int, int, int]) ->
                  for name, heads, M, N, K in products)
 
 
-# What a micro-batch saves, moves and computes.
+# Saved bytes, moved bytes and FLOPs of a micro-batch
 
 def _in_chunks(s: MicroBatch, *, pairs: tuple[Pairs, ...], moves: int, work: float,
                **facts: Any) -> Op:
@@ -155,7 +155,8 @@ def delta_gates(s: MicroBatch) -> Iterator[Op]:
     """Yield the operations of the gates: one gate per token and key/value head, computed by a
     Linear from the input of q, k and v."""
     m, wide = s.model, s.tokens * s.model.D * s.residual_bytes
-    # in backward, the input's gradients from the gates and from q, k and v are added into one
+    # backward adds the gradient of the input that comes from the gates to the gradient that comes
+    # from q, k and v
     yield Op(name="attention.kind", part="", backward=(Hold(grows=-wide),))
     yield linear("attention.kind.beta", s, m.D, m.G, cut="column", bias=m.bias,
                  input_is_saved=not s.mixed)

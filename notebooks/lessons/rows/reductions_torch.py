@@ -232,9 +232,10 @@ class OwnWeights(Averaged):
                 training._is_cut(p, slot) for p, slots in training.optimizer.state.items()
                 for slot in slots)):
             raise ConfigError(
-                f"parallel.reduction={self.layout.reduction} keeps the optimizer's state of each "
-                f"rank by the shape of its parameter, and optimizer="
-                f"{training.config.optimizer.name} has other state; set optimizer=adamw")
+                f"parallel.reduction={self.layout.reduction} needs an optimizer that evaluates the "
+                f"trained weights and whose state tensors have the shapes of their parameters, and "
+                f"optimizer={training.config.optimizer.name} does not meet this rule; set "
+                f"optimizer=adamw")
         self._average_weights()
 
     def state_dict(self) -> dict[str, Cut]:
