@@ -59,10 +59,9 @@ def results(record_by_bench: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _since(record: dict[str, Any]) -> str:
-    """Return how many modules of kernels, optimizers and precision changed since a record."""
+    """Return whether a module of kernels, optimizers or precision changed since a record."""
     modules = code.changed(record)
-    return ("unknown" if modules is None else
-            f"{len(modules)} of {len(record['code'])} modules changed" if modules else "same")
+    return "unknown" if modules is None else "changed" if modules else "same"
 
 
 def _commit(commit: str) -> str:

@@ -106,7 +106,7 @@ def test_pytorchs_own_tensor_parallelism_has_these_gradients(on_ranks):
     ({"parallel.tensor": 4, "model.kv_heads": 2}, "kv_heads=2 does not split .*; tensor may be 2$"),
     ({"parallel.tensor": 4, "model.vocab": 270}, "vocab=270 does not split .*; tensor may be 2$"),
     ({"model.context": 31}, "context=31 does not split over tensor=2 ranks; tensor may be 1$"),
-    ({"model.attention": "delta"}, "delta has gates and states .*; set parallel.tensor=1"),
+    ({"model.attention": "delta"}, "delta has gates and states, .*; set parallel.tensor=1"),
     ({"model.changes": "lora"}, "lora changes whole matrices, and a rank has only parts; set mod"),
     ({"optimizer": "muon"}, "optimizer=muon needs whole parameters, .*; parallel.tensor=2"),
     ({"optimizer": "sophia"}, "sophia may read all logits of a token after an update"),
