@@ -237,17 +237,21 @@ def keep() -> int | str:
 
 
 def make_and_hold(folder: Path) -> int:
-    """Makes a folder (mode 0700) with a lock file in it. Returns the file descriptor of the lock
-    file, which is locked. Raises OSError."""
+    """Make a folder (mode 0700) with a lock file in it, and lock the file. Return the file's
+    descriptor. Raises OSError.
+
+    Between the creation of the lock file and the lock, another keeper can take the file for
+    abandoned, lock it, and remove the folder (`remove_abandoned`). Then start again."""
     while True:
         folder.mkdir(mode=0o700)
-        # error: another keeper found the folder before it was locked, and removed it
+        # error: the folder has been removed since it was made
         with contextlib.suppress(FileNotFoundError):
             held = os.open(folder / HELD, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            # error: the filesystem has no flock; then no other keeper can lock, or remove, it
-            # either
+            # waits while another keeper removes the folder; without flock on this filesystem, no
+            # keeper can lock the file, so no keeper removes the folder
             with contextlib.suppress(OSError):
                 fcntl.flock(held, fcntl.LOCK_EX)
+            # the lock may be on a file that has been removed meanwhile
             if os.path.exists(folder / HELD):
                 return held
             os.close(held)
@@ -263,7 +267,10 @@ def remove_abandoned(place: Path) -> None:
             status = lock.parent.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent)
+                # If the folder was removed and made again since we opened its lock file
+                # (`make_and_hold`), it has a new lock file, and its keeper is alive.
+                if os.path.samestat(os.fstat(held.fileno()), os.stat(lock)):
+                    shutil.rmtree(lock.parent)
 
 
 def _write_private(path: Path, text: str) -> None:

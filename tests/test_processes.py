@@ -220,6 +220,27 @@ def test_a_folder_that_is_taken_away_before_it_is_held_is_made_again(tmp_path, m
     os.close(held)
 
 
+def test_a_folder_that_is_made_again_is_not_removed_as_the_abandoned_folder(tmp_path, monkeypatch):
+    """Another keeper removes the abandoned folder, and its owner makes it again, after
+    `remove_abandoned` has opened the old lock file and before it locks the file."""
+    folder, descriptors = tmp_path / f"lpkit-{'a' * 16}", []
+    os.close(processes.make_and_hold(folder))
+
+    def locks_late(file, operation):
+        monkeypatch.undo()
+        shutil.rmtree(folder)
+        descriptors.append(processes.make_and_hold(folder))
+        fcntl.flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", locks_late)
+    processes.remove_abandoned(tmp_path)
+    (descriptor,) = descriptors
+    assert (folder / processes.HELD).exists()
+    os.close(descriptor)
+    processes.remove_abandoned(tmp_path)
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("script, code", [("exit 7", 7), ("kill -9 $$", 137)])
 def test_the_end_of_the_child_is_the_keepers(script, code):
     with start("bash", "-c", f"echo first; echo last >&2; {script}", log="log") as keeper:

@@ -9,7 +9,7 @@ from shlex import join
 from typing import Annotated, Any
 
 from lpkit.errors import ConfigError
-from lpkit.predict.device import by_cost
+from lpkit.predict.device import to_search
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE
 from lpkit.predict.plan import powers_of_two
 from lpkit.predict.prediction import Prediction, predict
@@ -60,7 +60,7 @@ def choices() -> list[dict[str, Any]]:
             steps("data", "replicas", MANY, 1), steps("zero", "ZeRO stage", range(4), 3)]},
         {"title": "Step", "controls": [
             names("precision", "precision", same(PRECISIONS), "bf16"), steps("micro_batch", "sequences of a micro-batch", FEW, 1),
-            names("recompute", "recompute", same(by_cost()), "none"),
+            names("recompute", "recompute", same(to_search()), "none"),
             names("optimizer", "optimizer", same(dict.fromkeys([*OPTIMIZERS, *lessons.having("optimizer")])), "adamw")]},
     ]
 

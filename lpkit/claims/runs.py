@@ -149,7 +149,7 @@ class Workers(ExitStack):
         names = [name_of(config, judge.tag if judge else "")
                  for config, judge in zip_longest(configs, judges)]
         wanted, attempts = dict(zip(names, configs)), Counter()
-        while None in (ended := {name: self._ended(name, wanted[name])
+        while None in (ended := {name: self._record_of(name, wanted[name])
                                  for name in wanted}).values():
             missing = {name: config for name, config in wanted.items() if ended[name] is None}
             attempts.update([*missing])
@@ -173,22 +173,27 @@ class Workers(ExitStack):
                                f"another run; the run was made again")
         return [ended[name] for name in names]
 
-    def _ended(self, name: str, config: Config) -> dict[str, Any] | None:
+    def _record_of(self, name: str, config: Config) -> dict[str, Any] | None:
         """Returns the record of the run `name`, or None if the run must be made. If the record is
         damaged or belongs to another run, moves it to DAMAGED, and removes the run's folder."""
-        path, every = self.out / f"{name}.json", config.eval_every or config.steps
+        path, interval = self.out / f"{name}.json", config.eval_every or config.steps
         if not os.path.lexists(path):
             return None
         with suppress(*records.UNREADABLE):
-            record, steps = records.read(path), [*range(every, config.steps, every), config.steps]
-            curve, over = record["evaluations"], record["error"] or record["stopped_after"]
-            kinds = [*((record[key], kind) for key, kind in FIELDS.items()),
-                     *((loss, float | None) for _, loss in curve)]
-            if (record | {"name": name, "config": records.plain(config.to_dict())} == record
-                    and all(isinstance(value, kind) for value, kind in kinds)
-                    and [step for step, _ in curve] == steps[:len(curve) if over else None]
-                    and record["val_loss"] == (None if over else curve[-1][1])):
+            record = records.read(path)
+            # an evaluation after each interval and after the last step; a run that ended early may
+            # have only the first of them, and has no val_loss
+            steps = [*range(interval, config.steps, interval), config.steps]
+            pairs, ended_early = record["evaluations"], record["error"] or record["stopped_after"]
+            # (value, type that it must have)
+            typed = [*((record[key], kind) for key, kind in FIELDS.items()),
+                     *((loss, float | None) for _, loss in pairs)]
+            if (record["name"] == name and record["config"] == records.plain(config.to_dict())
+                    and all(isinstance(value, kind) for value, kind in typed)
+                    and [step for step, _ in pairs] == steps[:len(pairs) if ended_early else None]
+                    and record["val_loss"] == (None if ended_early else pairs[-1][1])):
                 return record
+        # a check failed, or an error of UNREADABLE was suppressed
         processes.tell(f"lpkit: {named(path)} is damaged, or not the record of its run; it is "
                        f"moved to {DAMAGED}/, and the run is made again")
         move_into(self.out / DAMAGED, path)

@@ -147,10 +147,11 @@ def reconcile_seconds(config: Config, *, rounds: int = 3) -> Comparison:
 
 
 def take_turns(runners: Sequence[Callable[[], object]], rounds: int,
-                watch: Watch) -> tuple[list[list[float]], float]:
-    """Call the runners in turn, `rounds` times each. Return the seconds by runner and round, and
-    the share of the cores that other processes took meanwhile. `watch` wraps the iterator of the
-    rounds, for example in a progress bar."""
+               watch: Watch) -> tuple[list[list[float]], float]:
+    """Call the runners in turn: one round that is not measured, then `rounds` measured rounds.
+    Return [seconds of each measured round] for each runner, and the share (0 to 1) of this
+    process's cores that other processes used, the first round included. `watch` wraps the iterator
+    of all rounds, for example in a progress bar."""
     share = hardware.others()
     return interleaved_seconds(runners, rounds=rounds, watch=watch), share()
 

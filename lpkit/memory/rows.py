@@ -38,9 +38,12 @@ def choose(config: Config, recipe: Recipe, device: torch.device) -> dict[str, Ch
 
 
 def choose_compile(config: Config, choice: Choice) -> Choice:
-    """Return `choice`, the choice of what is compiled, or "off" if a requested technique cannot be
-    compiled. Raises ConfigError if the Config requests both, or a technique that needs
-    torch.compile without it."""
+    """Return `choice` (what is compiled), or a Choice of "off" if a requested technique cannot be
+    compiled and the Config leaves the choice to lpkit ("auto"). `row.eager` and `row.needs_compile`
+    are reasons: why a technique cannot be compiled, or must be; empty: it can, or need not be.
+
+    Raises ConfigError if the Config requests torch.compile and a technique that cannot be compiled,
+    or a technique that must be compiled in a run without torch.compile."""
     for key, row in asked(config).items():
         name = f"memory.{key}={getattr(config.memory, key).name}"
         if row.eager and choice.used != "off":

@@ -225,8 +225,11 @@ def head_names(model: nn.Module) -> list[str]:
 
 
 def why_not(name: str, module: nn.Module, parents: Mapping[str, nn.Module]) -> str:
-    """Return the reason why the matmul of a module's weight cannot be converted; empty if it can.
-    parents: name -> module of the model, to look up the module that contains this one."""
+    """Return why the matmul of this module's weight cannot be converted, or "" if it can.
+
+    name:    the module's dotted name in the model
+    parents: dotted name -> module, for all modules of the model
+    """
     kind, parent = type(module), parents.get(name.rpartition(".")[0])
     if isinstance(module, MULTIPLY_NOTHING):
         return "an embedding looks up rows and multiplies nothing"
@@ -235,8 +238,11 @@ def why_not(name: str, module: nn.Module, parents: Mapping[str, nn.Module]) -> s
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor) and not weight.is_floating_point():
         return f"its weight is stored as {str(weight.dtype).removeprefix('torch.')}"
+    # A DTensor (FSDP2, tensor parallelism) is an ordinary weight in shards; other wrapper
+    # subclasses hold quantised numbers.
     if is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor):
         return f"its weight is a {type(weight).__name__}, quantised already"
+    # A subclass of Linear with its own forward may compute something else.
     if _path(kind) == TRANSPOSED or (isinstance(module, nn.Linear)
                                      and kind.forward is nn.Linear.forward):
         return ""

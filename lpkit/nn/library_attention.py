@@ -53,7 +53,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
             return cap * torch.tanh(score / cap)
 
     mask = (_block_mask(rule, q.shape[2], q.device) if documents is None or not rule.documents else
-            _of_batch(documents, ("flex", rule), lambda: _masked(rule, q.shape[2], documents)))
+            _of_batch(documents, ("flex", rule),
+                      lambda: _new_block_mask(rule, q.shape[2], documents)))
     out = _compiled("flex_attention", (rule, q.shape, k.shape, q.dtype) if q.is_cuda else None)(
         q, k, v, score_mod=capped, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1],
         return_aux=None if sinks is None else AuxRequest(lse=True))
@@ -80,28 +81,35 @@ def _compiled(name: str, key: Any) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=16)
 def _block_mask(rule: Rule, T: int, device: torch.device) -> Any:
-    return _masked(rule, T, None, device)
+    return _new_block_mask(rule, T, None, device)
 
 
-def _masked(rule: Rule, T: int, documents: Tensor | None,
-            device: torch.device | None = None) -> Any:
-    """Return FlexAttention's block mask for a rule and T tokens. Its mask function `sees` may read
-    only positions, and tensors that exist before it is defined."""
+def _new_block_mask(rule: Rule, T: int, documents: Tensor | None,
+                    device: torch.device | None = None) -> Any:
+    """Return FlexAttention's BlockMask of `rule` for T queries and T keys, the same for all heads.
+
+    documents  (B, T), ids of documents, or None: the mask is the same for all sequences
+    device     of the mask; None: that of `documents`
+
+    `sees(b, h, i, j)` is true if query i of sequence b and head h sees key j. PyTorch traces it
+    with index tensors, so it may not index a tuple (`rule.blocks`) or make a tensor: `table` is
+    made first.
+    """
     device = device or documents.device
-    near = replace(rule, blocks=None)
+    by_position = replace(rule, blocks=None)
     table = None if rule.blocks is None else torch.tensor(rule.blocks, device=device)
 
     def sees(b, h, i, j):
-        seen = near.sees(i, j)
+        seen = by_position.sees(i, j)
         if table is not None:
             seen = seen & table[i // rule.block, j // rule.block]
         return seen if documents is None else seen & (documents[b, i] == documents[b, j])
 
-    sequences = None if documents is None else len(documents)
+    B = None if documents is None else len(documents)
     # Uncompiled, create_block_mask allocates a mask (T, T).
-    large = device.type == "cuda" and T > EAGER_MASK
-    key = (rule, T, sequences) if large else None
-    return _compiled("create_block_mask", key)(sees, sequences, None, T, T, device=device)
+    compiles = device.type == "cuda" and T > EAGER_MASK
+    key = (rule, T, B) if compiles else None
+    return _compiled("create_block_mask", key)(sees, B, None, T, T, device=device)
 
 
 # flash-attn takes packed sequences (B x T, heads, E), divided where a document begins.

@@ -56,26 +56,32 @@ def _lion(w, g, m, v, decay, a, b, c, d, e):
 @jit
 def _pass(w, g, m, v, bits, new_w, new_m, new_v, n, decay, a, b, c, d, e, RULE: tl.constexpr,
           SECOND: tl.constexpr, DRAWN: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr):
-    """Update a block of n numbers: read w, g, m, v, and write new_w, new_m, new_v.
+    """Update one program's BLOCK numbers of a parameter of n numbers.
 
-    RULE:   the function of the rule; decay, a ... e: its arguments
-    SECOND: whether the rule has a second slot, v
-    DRAWN:  whether w is bf16 and rounded stochastically by `bits` (int32) and the mask CUT
+    w, g, m, v: pointers to the weight, the gradient and the slots (contiguous; slots in float32)
+    bits:       pointer to random int32, 0 to 2^16 - 1; read only if DRAWN
+    new_w, new_m, new_v: pointers to the results; they may equal w, m, v
+    RULE:   the function of the rule, in float32; decay, a ... e: its arguments (see `_adamw`)
+    SECOND: whether the rule has a second slot; if not, v and new_v are not read or written
+    DRAWN:  whether w is bf16 and rounded stochastically
+    CUT:    MASK; an argument, because a Triton kernel cannot read a global that is no constexpr
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    x = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
+    gradient = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
     first = tl.load(m + at, mask=inside, other=0.0)
-    second = first
+    second = first      # any value: a rule without a second slot returns it unused
     if SECOND:
         second = tl.load(v + at, mask=inside, other=0.0)
-    x, first, second = RULE(x, y, first, second, decay, a, b, c, d, e)
-    # Stochastic rounding to bf16: add noise to the low bits, then drop them (`rounding.drawn`).
+    weight, first, second = RULE(weight, gradient, first, second, decay, a, b, c, d, e)
+    # Stochastic rounding (as `rounding.drawn`): add noise to the 16 bits that bf16 lacks, so that a
+    # carry rounds up with the probability of the dropped fraction; then clear them, so that the
+    # conversion below is exact.
     if DRAWN:
-        x = (x.to(tl.int32, bitcast=True) + tl.load(bits + at, mask=inside, other=0)) & CUT
-        x = x.to(tl.float32, bitcast=True)
-    tl.store(new_w + at, x.to(new_w.dtype.element_ty), mask=inside)
+        noisy = weight.to(tl.int32, bitcast=True) + tl.load(bits + at, mask=inside, other=0)
+        weight = (noisy & CUT).to(tl.float32, bitcast=True)
+    tl.store(new_w + at, weight.to(new_w.dtype.element_ty), mask=inside)
     tl.store(new_m + at, first, mask=inside)
     if SECOND:
         tl.store(new_v + at, second, mask=inside)

@@ -38,16 +38,20 @@ AHEAD = 1       # a receive is posted this many actions before the action that n
 def order(name: str, ranks: int, chunks: int, m: int) -> Order:
     """Return the actions of each rank, in order, for the schedule `name` with `chunks` stages on
     each rank and m micro-batches. A row with `warm_up` has a closed form; for all other rows,
-    PyTorch's schedule class computes the order. Raises ConfigError if the schedule has no order for
-    these numbers."""
+    PyTorch's schedule class computes the order. Raises ConfigError if the schedule does not support
+    this number of ranks, chunks or micro-batches."""
     row = PIPELINES[name]
     if problem := row.problem(ranks, chunks, m):
         raise ConfigError(f"parallel.schedule={name} has no order of {problem}")
     if row.warm_up:
         return closed_order(row, ranks, chunks, m)
+    # PyTorch's class computes the order of all ranks from the stages of any one rank, here rank 0,
+    # of which it reads only these attributes.
     stages = [SimpleNamespace(stage_index=stage, num_stages=ranks * chunks, group_rank=0,
                               group_size=ranks, submod=None)
               for stage in row.stages(0, ranks, chunks)]
+    # Keep only computations: this module plans its own messages. An action that overlaps a forward
+    # and a backward has them as sub_actions.
     return {rank: [(part.stage_index, part.computation_type.value, part.microbatch_index)
                    for action in actions if action.is_compute_op
                    for part in action.sub_actions or (action,)]

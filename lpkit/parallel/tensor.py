@@ -261,10 +261,15 @@ def _cuts(model: nn.Module, cut: Sequence[Op], split: Callable[..., Split]
           ) -> Iterator[tuple[nn.Parameter, Split]]:
     """Yield (parameter, its Split) for each parameter that is cut.
 
+    split(0) divides the rows, split(1) the columns. split(None) leaves the tensor whole on rank 0
+    and zero on the others, because it is added once to a sum over ranks (the bias of a row layer,
+    learned positions).
+
     cut:   the operations of a block whose Linears are cut
     split: Split with this rank's `index` and `ranks` filled in
     """
     yield model.embed.weight, split(0)
+    # tied weights are one parameter: cut it once
     if model.head.weight is not model.embed.weight:
         yield model.head.weight, split(0)
     for p in model.positions.parameters():
@@ -274,9 +279,11 @@ def _cuts(model: nn.Module, cut: Sequence[Op], split: Callable[..., Split]
             _, linear = _linear(block, op)
             by_rows = op.cut == "column"
             rows = fused(model.config, f"{op.name}.weight")
-            # Separate matrices in one weight, such as gate and up, are `parts` that are each cut.
-            # q, k and v are not: their rows are interleaved by group of heads (the sum of `rows` is
-            # one group), so equal parts of all rows are whole groups.
+            # gate_up is gate's rows, then up's rows: each is cut (parts=2), and `rows` add up to
+            # the whole weight. qkv repeats (q, k, v) for each key/value head: `rows` add up to one
+            # head's group, not to the weight, so parts=1, and equal parts of all rows are whole
+            # groups. (With one key/value head they would add up, but then t > 1 ranks cannot divide
+            # the heads.)
             parts = len(rows) if sum(rows) == linear.out_features else 1
             yield linear.weight, split(0, parts=parts) if by_rows else split(1)
             if linear.bias is not None:

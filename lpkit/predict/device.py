@@ -324,12 +324,13 @@ class Device:
         return weights * self.update_bytes
 
 
-def by_cost(config: Config | None = None) -> tuple[str, ...]:
-    """Return the names of the rows of RECOMPUTE that a search tries, cheapest first.
+def to_search(config: Config | None = None) -> tuple[str, ...]:
+    """Return the names of the rows of RECOMPUTE that a search tries, in the order of RECOMPUTE: the
+    row that adds the least seconds, and keeps the most bytes, first.
 
     Rows that need a compiler are left out, and so are rows that recompute attention alone: fused
-    attention saves so little that this gains nothing. If the config names a row other than "none",
-    return only that row."""
+    attention saves so little that recomputing it saves almost no memory. If the config names a row
+    other than "none", return only that row."""
     if config and config.memory.recompute != MemoryConfig().recompute:
         return (config.memory.recompute.name,)
     return tuple(name for name, row in RECOMPUTE.items()

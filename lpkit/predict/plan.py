@@ -36,7 +36,7 @@ from lpkit.config import Config, MemoryConfig, SystemConfig
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence
 from lpkit.predict.casts import as_run
-from lpkit.predict.device import by_cost
+from lpkit.predict.device import to_search
 from lpkit.predict.fit import UNPRICED
 from lpkit.predict.flops import training_flops
 from lpkit.predict.governed import governed
@@ -162,7 +162,7 @@ class Plan:
 
     @cached_property
     def recomputations(self) -> Sequence[str]:
-        return by_cost(self.config)
+        return to_search(self.config)
 
     @property
     def counted(self) -> int:

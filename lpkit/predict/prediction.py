@@ -8,7 +8,7 @@ from typing import Any
 
 from lpkit.config import Config, flat
 from lpkit.errors import ConfigError
-from lpkit.predict.device import by_cost
+from lpkit.predict.device import to_search
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.predict.governed import governed
 from lpkit.predict.ledger import Memory, memory
@@ -129,7 +129,7 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
     to_try = [layout] if layout else _layouts(config, devices, zero)
     modes: Sequence[str] = [recompute or config.memory.recompute.name]
     if devices is not None and recompute is None:
-        modes = by_cost(config)
+        modes = to_search(config)
     for how["recompute"], layout in itertools.product(modes, to_try):
         held = memory(config, on, layout=layout, **how)
         if held.fits:

@@ -597,35 +597,47 @@ class _Rank:
         return TimeRow("objective", {"forward": self.pieces * (work / self.multiplying + moved)},
                        f"{work:,.0f} FLOPs a micro-batch, forward", "operations of its row")
 
-    def state_rows(self, layers: int, states: float, owned: float, block: float,
+    def state_rows(self, layers: int, states: float, owned: float, layer_parameters: float,
                    trained: float) -> None:
-        """Add the rows of ZeRO's messages and of the replicas' gradients.
+        """Add the rows of the messages that ZeRO's sharding and the replicas need in one update.
 
-        layers      layers on this rank
-        states      trained parameters of the rank
-        owned       the part of `states` that the rank updates under ZeRO
-        block       all parameters of a layer, of which the share `trained` is trained
+        ZeRO 3 gathers each layer's weights in forward and again in backward, and scatters its
+        gradients, once per micro-batch. ZeRO 0 to 2 send the gradients of the whole rank in
+        buckets: ZeRO 2 once per micro-batch, ZeRO 0 and 1 once per update. ZeRO 1 and 2 also gather
+        the updated weights. Replicas (`layout.data`) all-reduce the gradients that the rank owns,
+        once per update.
+
+        layers            number of layers on this rank
+        states            number of trained parameters of the rank, before ZeRO divides them
+        owned             number of them that the rank updates under ZeRO
+        layer_parameters  number of the rank's parameters in one layer, before ZeRO divides them;
+                          the share `trained` of them is trained
         """
         layout, p, ring = self.layout, self.p, self.link("states")
         of_block, _, of_any = self.gathered     # gathered bytes per parameter
-        # left: seconds of backward with which no message overlaps yet
-        left = layers * self.work.running * self.backward
+        # window: seconds of one micro-batch's backward pass with which no message overlaps yet
+        window = layers * self.work.running * self.backward
         if layout.state_ranks > 1 and layout.zero == 3:
-            # late: seconds that one layer waits; seconds: all messages, with or without overlap;
-            # shown: their part that does not overlap, which includes the first gather of each
-            # micro-batch and the last scatter.
-            gather = ring.all_gather_seconds(block * of_block)
-            scatter = ring.reduce_scatter_seconds(trained * block * p.gradients)
-            late = (self.shown(gather, self.forward)
-                    + self.shown(gather + scatter, self.backward))
-            seconds = (2 * gather + scatter) * layers * self.pieces
-            shown = min(late * layers * self.pieces + self.pieces * gather + scatter, seconds)
-            left = max(0.0, left - layers * (gather + scatter))
+            # gather, scatter: seconds of one message of one layer. wait_per_layer: seconds per
+            # micro-batch in which a layer's computation waits for its messages. total: seconds of
+            # all messages of the update. shown: seconds of them that do not overlap with
+            # computation. In each micro-batch nothing runs before the first gather ends; nothing
+            # runs during the last scatter of the update.
+            gather = ring.all_gather_seconds(layer_parameters * of_block)
+            scatter = ring.reduce_scatter_seconds(trained * layer_parameters * p.gradients)
+            wait_per_layer = (self.shown(gather, self.forward)
+                              + self.shown(gather + scatter, self.backward))
+            total = (2 * gather + scatter) * layers * self.pieces
+            shown = min(wait_per_layer * layers * self.pieces + self.pieces * gather + scatter,
+                        total)
+            window = max(0.0, window - layers * (gather + scatter))
             self.row("shard: weights and gradients",
-                     f"each micro-batch gathers {block * of_block:,.0f} bytes a layer twice "
-                     f"and scatters {trained * block * p.gradients:,.0f}, over {ring.words}; a "
-                     f"layer hides the rest", f"{FSDP}; {RINGS}", hidden=seconds - shown,
-                     communication=shown)
+                     f"each micro-batch gathers {layer_parameters * of_block:,.0f} bytes a layer "
+                     f"twice and scatters {trained * layer_parameters * p.gradients:,.0f}, over "
+                     f"{ring.words}; the rest overlaps with the layers' computation",
+                     f"{FSDP}; {RINGS}", hidden=total - shown, communication=shown)
+        # With ZeRO 0, `state_ranks` are context ranks: they have the same weights, and sum their
+        # gradients.
         elif layout.state_ranks > 1:
             how = "all-reduce"
             seconds = self.in_buckets(ring.all_reduce_seconds, states * self.reduced)
@@ -634,13 +646,13 @@ class _Rank:
                 self.behind("shard: gather weights", gather, layers * self.forward, ring, ZERO)
                 seconds = self.in_buckets(ring.reduce_scatter_seconds, states * p.gradients)
                 how = "scatter"
-            self.behind(f"shard: {how} gradients", seconds, left, ring, ZERO,
+            self.behind(f"shard: {how} gradients", seconds, window, ring, ZERO,
                         times=self.pieces if layout.zero == 2 else 1)
-            left = max(0.0, left - seconds)
+            window = max(0.0, window - seconds)
         if layout.data > 1:
             ring = self.link("data")
             seconds = self.in_buckets(ring.all_reduce_seconds, owned * self.reduced)
-            self.behind("data: all-reduce gradients", seconds, left, ring, RINGS)
+            self.behind("data: all-reduce gradients", seconds, window, ring, RINGS)
 
     def in_buckets(self, seconds: Callable[[float], float], nbytes: float) -> float:
         """Return the seconds of a message of `nbytes` that is sent in buckets of

@@ -79,6 +79,8 @@ class RecomputeRow(Technique):
 
 WHOLE_BLOCK = frozenset({"products", "attention", "pointwise", "tensor"})
 
+# Searches try the rows in this order (`predict.device.to_search`, which leaves out core-attention),
+# so rows that add fewer seconds come first.
 RECOMPUTE = {
     "none": RecomputeRow(why="nothing runs again: all saved tensors are kept",
                          implementation="lpkit.memory.recompute:nothing"),

@@ -28,14 +28,17 @@ class LossScaler(nn.Module):
     optimizer then changes no parameter and no moment. After `growth_steps` updates without an
     overflow, the scale is doubled. At the scale `least`, gradients are never dropped: an overflow
     then means that the run itself diverges. A dropped update still counts as a step of the
-    learning-rate schedule. The state is in buffers, so that checkpoints include it.
+    learning-rate schedule. The scale and `good_steps` are in persistent buffers, so that
+    checkpoints include them; `dropped` only describes the last update.
+
+    initial: scale of the first update (a factor)
     """
 
     def __init__(self, *, initial: float, growth_steps: int, least: float = 1.0):
         super().__init__()
         self.growth_steps, self.least = growth_steps, least
         self.register_buffer("scale", torch.tensor(float(initial)))
-        # updates without overflow since the last change of the scale
+        # updates that were not dropped, since the last change of the scale
         self.register_buffer("good_steps", torch.tensor(0))
         # 1 if the last update was dropped, else 0
         self.register_buffer("dropped", torch.tensor(0.0), persistent=False)

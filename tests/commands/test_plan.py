@@ -20,7 +20,7 @@ from lpkit.commands import machine
 from lpkit.commands.plan import amount, span
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
-from lpkit.predict.device import by_cost
+from lpkit.predict.device import to_search
 from lpkit.predict.ledger import memory
 from lpkit.predict.links import stride
 from lpkit.predict.params import parameter_count
@@ -123,7 +123,7 @@ def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float
         if tensor * pipeline * shard * data != devices or (pipeline > 1 and data > 1):
             continue
         for zero, chunks, micro, recompute in itertools.product((1, 3), (1, 2, 4, 8),
-                MICRO_BATCH_SIZES, by_cost()):
+                MICRO_BATCH_SIZES, to_search()):
             share = config.global_batch // (data * shard)
             if ((pipeline > 1 and zero == 3) or (zero == 1 and data > 1)
                 or (pipeline == 1 and chunks > 1)):

@@ -32,7 +32,7 @@ from lpkit import cli
 from lpkit.measure.advice import advise
 from lpkit.predict import memory, predict
 from lpkit.predict.casts import why_emulated
-from lpkit.predict.device import by_cost
+from lpkit.predict.device import to_search
 from lpkit.predict.fit import fit
 from lpkit.predict.flops import training_flops, training_flops_per_token
 from lpkit.predict.params import parameter_count
@@ -117,7 +117,7 @@ def question(draw):
                                  "cpu-3m"))).replace({
         "precision.recipe": draw.choice(("auto", *RECIPES)),
         "precision.backend": draw.choice(("auto", "auto", "auto", "emulated")),
-        "memory.recompute": draw.choice(by_cost()),
+        "memory.recompute": draw.choice(to_search()),
         "memory.cross_entropy": draw.choice(("full", "chunked")),
         "memory.activation_offload": draw.choice(("device",) * 4 + ("cpu", "int8")),
         "memory.moment_format": draw.choice(("float32", "int8")),
