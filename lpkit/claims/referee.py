@@ -74,8 +74,8 @@ def visible(n: int, sd: float, level: float, sd_df: int | None = None) -> float:
     sd_df: degrees of freedom of the pilot that measured sd; None: sd is known
 
     A sample's standard deviation is approximated by a normal variable with the same mean and
-    variance. This is the usual approximation of the noncentral t distribution. The resulting power is 80.0 to 80.4% for a known sd, and 80 to 93% over
-    pilots (highest where few pairs are needed).
+    variance. This is the usual approximation of the noncentral t distribution. The resulting power
+    is 80.0 to 80.4% for a known sd, and 80 to 93% over pilots (highest where few pairs are needed).
     """
     z, critical = NORMAL.inv_cdf(POWER), t_quantile(1 - level / 2, n - 1)
     # mean of (estimated sigma / true sigma): in the test itself, and in the pilot

@@ -140,8 +140,8 @@ class WarmParent:
         """Make the module fork a process for `name`, for a supervisor the name of the ranks'
         function. Return the socket to that process."""
         ours, theirs = socket.socketpair()
-        # OSError: the warm parent has ended. No process holds `theirs`, so a read from `ours` returns
-        # end of file.
+        # OSError: the warm parent has ended. No process holds `theirs`, so a read from `ours`
+        # returns end of file.
         with theirs, suppress(OSError):
             socket.send_fds(self._calls, [name.encode()], [theirs.fileno()])
         return ours

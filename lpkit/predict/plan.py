@@ -283,7 +283,8 @@ class Plan:
 
     def split(self, layout: Layout) -> None:
         """Add the best option of a split over all ZeRO stages, chunks, micro-batches and
-        recomputations. If no option is feasible, record the constraint that excludes all options."""
+        recomputations. If no option is feasible, record the constraint that excludes all
+        options."""
         share = self.config.global_batch // layout.batch_ranks
         feasible: list[Option] = []
         missed = (math.inf, "")     # the least missing bytes of a layout that does not fit

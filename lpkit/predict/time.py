@@ -400,8 +400,8 @@ class _Rank:
     """
 
     def __init__(self, work: RankWork, on: Machine, layout: Layout, p: Precision,
-                 efficiency: Efficiency, recipe: CastRecipe | None, pieces: int, recompute: Settings,
-                 gathered: tuple[float, float, float], chunks: float = 0.0):
+                 efficiency: Efficiency, recipe: CastRecipe | None, pieces: int,
+                 recompute: Settings, gathered: tuple[float, float, float], chunks: float = 0.0):
         split = layout.tensor * layout.context
         self.work, self.layout, self.p, self.efficiency = work, layout, p, efficiency
         self.pieces, self.recompute, self.gathered = pieces, recompute, gathered

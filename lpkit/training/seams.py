@@ -82,8 +82,8 @@ def refuse_rows(config: Config) -> None:
             _refuse_parts(settings, 1, f"parallel.tensor={layout.tensor} gives each rank a part "
                                        f"of each parameter", "parallel.tensor=1")
         if layout.stage and not row.takes_parameter:
-            _refuse_parts(settings, 0, f"ZeRO {layout.stage} gives each rank rows of each parameter",
-                          "parallel.zero=0, or set takes_parameter=True in its row, and let its "
+            _refuse_parts(settings, 0, f"ZeRO {layout.stage} gives each rank rows of each "
+                                       f"parameter", "parallel.zero=0, or set takes_parameter=True in its row, and let its "
                           "rule ask contracts.Parameter for norms and whole tensors")
 
 
@@ -110,8 +110,8 @@ def _refuse_parts(settings: OptimizerSettings, dim: int, parts: str, way_out: st
     halves = () if row.takes_parameter else map(updated, w.chunk(2, dim), g.chunk(2, dim))
     near = {"rtol": 1e-6, "atol": 1e-7}
     if row.takes_parameter or not torch.allclose(updated(w, g), torch.cat([*halves], dim), **near):
-        raise ConfigError(f"optimizer={settings.name} needs whole parameters, because the update of "
-                          f"a part differs from that part of the whole update; {parts}; set "
+        raise ConfigError(f"optimizer={settings.name} needs whole parameters, because the update "
+                          f"of a part differs from that part of the whole update; {parts}; set "
                           f"{way_out}")
 
 
