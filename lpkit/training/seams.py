@@ -83,7 +83,8 @@ def refuse_rows(config: Config) -> None:
                                        f"of each parameter", "parallel.tensor=1")
         if layout.stage and not row.takes_parameter:
             _refuse_parts(settings, 0, f"ZeRO {layout.stage} gives each rank rows of each "
-                                       f"parameter", "parallel.zero=0, or set takes_parameter=True in its row, and let its "
+                                       f"parameter",
+                          "parallel.zero=0, or set takes_parameter=True in its row, and let its "
                           "rule ask contracts.Parameter for norms and whole tensors")
 
 
