@@ -61,7 +61,7 @@ MAIN = {
     "13": Main("% of full", "The mask of sliding-window attention: each query meets the keys of its window, a band under the diagonal.", "smoke"),
     "14": Main(": fits with ", "Bytes on each of eight ranks for ZeRO 0 to 3: a higher stage shards optimizer state, then gradients, then weights.", "smoke"),
     "15": Main(": what a rank sends", "Bytes that a rank sends in one update when it gathers weights in 32, 16 and 8 bits.", "smoke"),
-    "16": Main("Who attends a chunk of queries to a chunk of keys, and in which step of the ring",
+    "16": Main("The rank and the step of the ring that compute each pair of chunks",
                "Chunks of queries against chunks of keys in ring attention: the step of each pair, in order and in zig-zag.", "smoke"),
     "17": Main(" ranks, stages of each: ", "A pipeline schedule: forward and backward passes of eight micro-batches on four ranks; a rank waits where the chart is white.",
                "smoke"),
@@ -72,9 +72,9 @@ MAIN = {
     "21": Main("Updates to two losses by", "Updates to a loss against the batch size: larger batches need fewer updates, up to the noise scale.", "smoke"),
     "22": Main("Variance of the stream by depth: lines by formula, dots measured",
                "The variance of the residual stream over depth for five blocks; measured dots are on the formula's lines.", "smoke"),
-    "23": Main("What each layer sees, and the area that is left", "Six schedules that leave out layers or tokens: the share that each layer sees over the "
+    "23": Main("Share of the tokens that each layer sees, and its mean", "Six schedules that leave out layers or tokens: the share that each layer sees over the "
                                                                   "updates.", "smoke"),
-    "24": Main("What is learned, and what is forgotten", "Loss on the new text against loss on the old text, before and after training, for all weights "
+    "24": Main("Learning the manual, and forgetting the code", "Loss on the new text against loss on the old text, before and after training, for all weights "
                                                          "and for LoRA.", "smoke"),
     "25": Main(": loss minus that of bf16", "The loss of a converted model minus that of bf16, by recipe, beside the spread of seeds.", "smoke"),
     "26": Main(" of Muon's directions ", "Singular values of an update: Muon's directions are almost equal, those of AdamW and momentum fall steeply.",

@@ -182,8 +182,8 @@ def test_the_page_says_what_was_recorded():
     cases = {case["case"]: case["ratio"] for case in RECORDED["cases"]}
     first = [100 * cases[f"the referee, {how}: 2 sequences, what does nothing is kept"]
              for how in (bench.CARRIED, bench.ANEW)]
-    assert ("it keeps {:.0f} of 100 changes, and {:.0f} if both arms run anew".format(*first)
-            in " ".join(page.split()))
+    assert ("it keeps {:.0f} of 100 changes, and {:.0f} if both arms run again for each decision"
+            .format(*first) in " ".join(page.split()))
 
 
 # the time of a claim in addition to its steps

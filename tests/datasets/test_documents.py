@@ -116,13 +116,16 @@ def test_a_prompt_is_one_document():
      "not say; set data.policy=random-documents"),
     ({"data.policy": "recall", "model.vocab": 64}, "data.policy=recall has 65 tokens, but "
                                                    "model.vocab=64; set model.vocab=65 or more"),
-    ({"data.policy": "recall", "model.context": 30}, "in 31 tokens, but model.context=30; set "
+    ({"data.policy": "recall", "model.context": 30}, "needs 31 tokens for its first question "
+                                                     "and its answer, but model.context=30; set "
                                                      "model.context=31 or more"),
-    ({"data.policy": "copy", "data.policy.length": 40}, "in 80 tokens, but model.context=64; set "
+    ({"data.policy": "copy", "data.policy.length": 40}, "needs 80 tokens for its first "
+                                                        "question and its answer, but "
+                                                        "model.context=64; set "
                                                         "model.context=80 or more"),
-    ({"data.policy": "recall", "data.policy.pairs": 33}, "data.policy.pairs=33 want as many keys, "
-                                                         "and there are data.policy.symbols=32; "
-                                                         "set "
+    ({"data.policy": "recall", "data.policy.pairs": 33}, "data.policy.pairs=33 needs 33 different "
+                                                         "keys, but data.policy.symbols=32 is the "
+                                                         "number of keys; set "
      "data.policy.symbols=33 or more"),
 ])
 def test_what_cannot_be_is_one_sentence(changes, says):

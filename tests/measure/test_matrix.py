@@ -120,7 +120,7 @@ def test_state_that_moves_twice_is_seen(monkeypatch):
         return once(self, x)
 
     monkeypatch.setattr(ScaledLinear, "forward", forward)
-    with pytest.raises(ArithmeticError, match="moved twice"):
+    with pytest.raises(ArithmeticError, match="its amax history advanced twice"):
         matrix.Trial("fp8-delayed", "emulated", CPU).recompute()
 
 
