@@ -133,7 +133,7 @@ def test_what_no_compiler_built_is_raced_once_there_is_one(tmp_path, monkeypatch
     why = "there is no compiler here (gcc, clang); install gcc and g++"
     assert chosen.refused == {"triton": why} and chosen.choice.used == "reference"
     with pytest.raises(ConfigError,
-                       match=rf"^system.kernels=triton: rms-norm {re.escape(why)}; the"):
+                       match=rf"^system.kernels=triton: rms-norm {re.escape(why)}; set"):
         choose("rms-norm", alone, "triton", [rows()], offered=offered)
     here.append(1)
     monkeypatch.setattr(jit.sysconfig, "get_path", lambda name: str(tmp_path))
@@ -252,7 +252,7 @@ def test_the_fastest_outside_of_a_block_loses_within(planted, refused, as_on_a_g
     for _ in range(2):
         within = choose("rms-norm", kernel, "auto", call, cache=tmp_path / "within", in_block=True)
         assert within.choice.used == "compile" and within.refused.get("cpu") == refused
-        assert within.refused["reference"].startswith("a compiled block makes of it")
+        assert within.refused["reference"].startswith("in a compiled block it becomes the same")
     # it is kept, and it is not wrong
     assert len(list((tmp_path / "within").iterdir())) == 1 and "rms-norm" not in refused_here()
     assert len({choosing._key("rms-norm", kernel, eager, call, *how)
