@@ -150,7 +150,7 @@ def test_a_wrong_wide_product_is_refused_every_time(plant, tmp_path, monkeypatch
         assert choice.used == "bf16" and re.search("float32: (differs|fails)", choice.why)
         with pytest.raises(ConfigError,
                            match=r"system.products=float32: product (differs from its "
-                                 r"definition|fails).*is right: bf16"):
+                                 r"definition|fails).*set system.products=bf16"):
             ask("float32", threads)
     assert refused_here()["product"]["float32"].startswith(("differs", "fails"))
     (report,) = (probe(check, torch.device("cpu")) for check in CHECKS if check.name == "kernels")
