@@ -397,7 +397,7 @@ def test_what_is_not_finite_is_written_into_its_cell(samples):
 def test_a_map_of_nothing_says_what_there_is(samples):
     with pytest.raises(ConfigError, match="there are x, w, dy"):
         heat_map(samples, role=r"x.T")
-    with pytest.raises(ConfigError, match="first comes with step 1"):
+    with pytest.raises(ConfigError, match="records the first samples in step 1"):
         telemetry_explorer([])
 
 

@@ -769,7 +769,7 @@ def test_what_leaves_a_gpu_comes_back_bit_for_bit(changes):
      r"set system\.compile=false"),
     ({"memory.recompute": "budget"}, r"needs torch\.compile.*set system\.compile=true"),
     ({"memory.activation_offload": "int8", "system.compile": True}, r"set system\.compile=false"),
-    ({"memory.param_dtype": "bf16", "precision.recipe": "fp16"}, r"set precision\.recipe=bf16"),
+    ({"memory.param_dtype": "bf16", "precision.recipe": "fp16"}, r"set precision\.recipe to bf16"),
 ], ids=str)
 def test_what_cannot_be_together_says_the_way_out(changes, message):
     with pytest.raises(ConfigError, match=message):
