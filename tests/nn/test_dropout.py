@@ -264,7 +264,7 @@ def test_what_is_kept_is_what_autograd_keeps_to_the_byte(kind):
     ([{"name": "dropout"}], {}, "drops nothing; set embedding, residual, attention or adapters"),
     ([{"name": "dropout", "residual": 1.0}], {}, "residual must be 0 or more and below 1, got 1.0"),
     ([GPT2, LORA], {}, "model.changes=dropout comes last, behind LoRA and quantised-base alone"),
-    ([{"name": "prompt"}, GPT2], {"model.position": "rope"}, "model.changes=prompt stands alone"),
+    ([{"name": "prompt"}, GPT2], {"model.position": "rope"}, "model.changes=prompt cannot"),
     ([{"name": "dropout", "adapters": 0.1}], {}, "has adapters=0.1 and no LoRA; name lora, rslora "
                                                  "or pissa before it"),
     ([GPT2], {"model.attention": "linear"}, "needs probabilities, and model.attention=linear has "

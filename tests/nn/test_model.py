@@ -174,7 +174,7 @@ def test_a_head_may_be_wider_than_its_share_of_the_width():
                              r"model\.head_dim"):
         replace(ours, heads=12, head_dim=None)
     with pytest.raises(ConfigError,
-                       match=r"a head has 25 numbers; make model\.head_dim, or width/heads, even"):
+                       match=r"a head has 25 numbers; set model\.head_dim, or width/heads, to an"):
         replace(ours, head_dim=25)
 
 

@@ -360,7 +360,7 @@ def test_seconds_of_a_token():
     assert decoding(config, "h200", tokens=1, batch=4096, efficiency=FLOOR).limit == "arithmetic"
     with pytest.raises(ConfigError, match="no cache 'int5'; did you mean"):
         cache_bytes(config.model, 1, format="int5")
-    with pytest.raises(ConfigError, match="1 token and 1 sequence or more; got 0 and 1"):
+    with pytest.raises(ConfigError, match="at least 1 token and 1 sequence; got 0 tokens"):
         cache_bytes(config.model, 0)
 
 
