@@ -493,7 +493,7 @@ def test_layers_of_stages():
      "over 2 ranks, but of one a stage or more; set grad_accum_steps=4"),
     ({"parallel.interleave": 2}, "1f1b has 1 chunk of layers a stage, got parallel.interleave=2; "
                                  "set parallel.interleave=1"),
-    ({"parallel.shard": 2}, "a pipeline has many under way; set parallel.zero=1"),
+    ({"parallel.shard": 2}, "a pipeline has several micro-batches under way; set parallel.zero=1"),
     ({"global_batch": 1, "grad_accum_steps": 1}, "set parallel.pipeline=1 parallel.interleave=1"),
     ({"system.kernels": "pytorch"}, "system.kernels=pytorch needs the whole model")])
 def test_what_cannot_be_is_refused(settings, sentence):
