@@ -303,7 +303,7 @@ def test_the_bench_prints_both_tables(capsys):
     assert main(["bench", "published"]) == 0
     printed = capsys.readouterr().out
     assert ("held out, MI300X" in printed and "may be fitted  layout" in printed
-            and "flat MFU's" in printed)
+            and "error of a constant MFU" in printed)
     assert all(kind in printed for kind in by_layout()) and "median size of it" in printed
 
 
