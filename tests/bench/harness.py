@@ -130,9 +130,9 @@ def provenance(packages: Iterable[str] = ("torch",), device: str | None = None) 
     if limits := cpu_limits():
         facts["limits"] = limits
     if "torch" in sys.modules:
-        facts |= {"threads": sys.modules["torch"].get_num_threads(), **_gpu(device)}
-    if device:
-        facts["code"] = {**code.today()}
+        facts |= {"threads": sys.modules["torch"].get_num_threads()}
+        if gpu := _gpu(device):
+            facts |= {**gpu, "code": {**code.today()}}
     installed = {name: version or "not installed"
                  for name, version in versions(("lpkit", *packages)).items()}
     return {**facts, "versions": {"python": platform.python_version(), **installed},

@@ -43,7 +43,9 @@ def test_the_digest_is_the_same_in_every_version_of_python():
     assert code.digest(MODULE) == "14913fad14df"
 
 
-def test_a_record_of_a_gpu_names_its_code_and_one_of_a_cpu_does_not():
+def test_a_record_of_a_gpu_names_its_code_and_other_records_do_not(monkeypatch):
+    assert not {"code"} & {**harness.provenance(), **harness.provenance(device="formulas")}.keys()
+    monkeypatch.setattr(harness, "_gpu", lambda device: {"cuda": "13.0"} if device else {})
     assert harness.provenance(device="NVIDIA H200")["code"] == code.today()
     assert "code" not in harness.provenance()
 
