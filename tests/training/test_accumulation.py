@@ -78,7 +78,7 @@ def test_promotion_helps_where_products_have_one_sign():
 
 
 @pytest.mark.parametrize("wrong, says", [
-    ({"promote_every": 48}, "no multiple of the 32"), ({"bits": 1}, "bits=1")])
+    ({"promote_every": 48}, "must be a multiple of step=32"), ({"bits": 1}, "bits=1")])
 def test_what_makes_no_sense_is_refused(wrong, says):
     with pytest.raises(ConfigError, match=says):
         accumulate(*operands(64), **wrong)
