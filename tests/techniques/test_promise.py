@@ -593,8 +593,8 @@ def test_a_strangers_file_imports_nothing(tmp_path, monkeypatch, capsys, own):
     for read in (lambda: Config.from_yaml(file.read_text()), lambda: resolve(str(file)),
                  lambda: Run(run.path).config):
         with pytest.raises(ConfigError,
-                           match="`import evil_rows` in Python, `--import evil_rows` behind a "
-                                 "command"):
+                           match="`import evil_rows` in Python, or `--import evil_rows` after "
+                                 "a command"):
             read()
     assert cli.main(["predict", str(file), "--import", "evil_rows"]) == 0 and ran.exists()
     sys.modules.pop("evil_rows")
