@@ -308,7 +308,8 @@ def _record(folder: Path, name: str, gpu: str | None) -> None:
     if records:
         worst = min(records, key=lambda record: record["met"])
         # a case's facts by size or recipe, such as losses
-        facts = {key: {name: fact for record in records for name, fact in record[key].items()}
+        facts = {key: {name: fact for record in records
+                       for name, fact in record.get(key, {}).items()}
                  for key, value in worst.items() if isinstance(value, dict)}
         keep(folder / "measured", worst | facts | {"cases": [case for record in records
                                                              for case in record["cases"]]})

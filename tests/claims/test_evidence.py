@@ -294,6 +294,7 @@ def test_facts_of_both_sizes_are_in_one_record(tmp_path):
         "name": "fp8-step", "device": "NVIDIA H200", "met": True, "date": "2026-01-01",
         "losses": {f"4 x {width}": {"bf16": 1.0}}, "cases": [{"case": width}]}}
         for width in evidence.WIDTHS]
+    lines[0]["said"]["missing"] = {"torchao": "is not installed"}   # in one record alone
     (tmp_path / "fp8-step.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     evidence._record(tmp_path, "fp8-step", "NVIDIA H200")
     [record] = (tmp_path / "measured").iterdir()
